@@ -14,6 +14,7 @@ import yaml
 from shards.base.store import Store
 from tests import ranks
 from tests.ranks import environment as environment
+from train.__main__ import run as train
 from train.run.checkpoints.checkpoint import Checkpoint, list_checkpoints, step_folder, verify_checkpoint
 from train.run.checkpoints.local_copy import download, stored_checkpoints
 from train.run.lease.folder import FolderBackend
@@ -54,6 +55,12 @@ def write_config(folder: Path, fields: dict[str, Any]) -> Path:
     path = folder / f"{Path(fields['run_dir']).name}.yaml"
     path.write_text(yaml.safe_dump(fields))
     return path
+
+
+def train_run(latents: Path, run_dir: Path, network: Path = TRANSFORMER, /, **changes: Any) -> Path:
+    """Train a run with `train_fields` in this process, and return its folder."""
+    train(["--config", str(write_config(run_dir.parent, train_fields(latents, run_dir, network, **changes)))])
+    return run_dir
 
 
 def run_module(

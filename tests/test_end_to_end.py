@@ -18,7 +18,7 @@ from shards.open import open_store
 from tests.evaluation.sets import draw_here, pictures, sampling
 from tests.fixtures import encode_all, folder_of, precompute_config
 from tests.roots import load_tars, precompute_arguments
-from tests.runs import UNET, run_module, train_fields, write_config
+from tests.runs import UNET, run_module, train_fields, train_run, write_config
 from tests.tiny import make_models
 from train.__main__ import run as train
 from train.run.reporting.json_lines import read_json_lines
@@ -81,8 +81,7 @@ def run_card(export: Path, folder: Path) -> None:
 
 
 def test_export_refuses_another_vae(latents: Path, tmp_path: Path) -> None:
-    fields = train_fields(latents, tmp_path / "run", UNET, max_steps=1, ema={"start_step": None})
-    train(["--config", str(write_config(tmp_path, fields))])
+    train_run(latents, tmp_path / "run", UNET, max_steps=1, ema={"start_step": None})
     other = make_models(tmp_path / "other", seed=1)
     with pytest.raises(RequestError, match="is not the vae that encoded the latents"):
         train(["export", str(tmp_path / "run"), "--vae", str(other / "vae")])

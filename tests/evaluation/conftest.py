@@ -10,9 +10,8 @@ from diffusers import DDIMScheduler, UNet2DConditionModel
 
 from tests.fixtures import as_in_a_fresh_process
 from tests.once import made_once
-from tests.runs import UNET, train_fields, write_config
+from tests.runs import UNET, train_run
 from tests.tiny import make_samples, make_tar, stable_diffusion
-from train.__main__ import run as train
 
 
 @pytest.fixture(scope="session")
@@ -34,8 +33,7 @@ def trained(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def make(folder: Path) -> None:
         changes = {"checkpoint": {"keep": 3}, "log": {"tracker": "tensorboard"}, "optimizer": {"lr": 0.01}}
-        fields = train_fields(latents, folder / "run", UNET, **changes)
-        train(["--config", str(write_config(folder, fields))])
+        train_run(latents, folder / "run", UNET, **changes)
         as_in_a_fresh_process()
 
     return made_once(tmp_path_factory, "trained", make) / "run"

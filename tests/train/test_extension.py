@@ -13,19 +13,12 @@ from plan.arithmetic.costs import checkpoint_bytes
 from plan.config import Plan
 from shards.base.errors import RequestError
 from tests.families.small import FAMILIES
-from tests.runs import TRANSFORMER, curve, train_fields, write_config
-from train.__main__ import run as command
+from tests.runs import TRANSFORMER, curve, train_run
 from train.model.blocks import find_blocks
 from train.model.config import OPTIMIZERS, OptimizerConfig, optimizer_class
 from train.model.network import build_network, class_of
 from train.model.tensors import load_tensors
 from train.run.checkpoints.checkpoint import OPTIMIZER_NAME, WEIGHTS_NAME, newest_checkpoint, step_folder
-
-
-def train(folder: Path, latents: Path, name: str, **changes: Any) -> Path:
-    """Train in this process and return the run folder."""
-    command(["--config", str(write_config(folder, train_fields(latents, folder / name, **changes)))])
-    return folder / name
 
 
 class SgdConfig(OptimizerConfig):
@@ -49,9 +42,9 @@ def sgd(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_custom_optimizer(latents: Path, tmp_path: Path) -> None:
     """It is selected in YAML, saves its state by parameter name, and resumes bit-exactly."""
     optimizer = {"kind": "sgd", "lr": 0.01, "momentum": 0.5}
-    whole = train(tmp_path, latents, "whole", optimizer=optimizer)
+    whole = train_run(latents, tmp_path / "whole", optimizer=optimizer)
     for max_steps in (3, 6):
-        killed = train(tmp_path, latents, "killed", optimizer=optimizer, max_steps=max_steps)
+        killed = train_run(latents, tmp_path / "killed", optimizer=optimizer, max_steps=max_steps)
         if max_steps == 3:  # simulates a kill before the checkpoint of step 3 was written
             shutil.rmtree(step_folder(killed, 3))
     assert curve(killed) == curve(whole)
@@ -63,7 +56,7 @@ def test_a_custom_optimizer(latents: Path, tmp_path: Path) -> None:
         f"momentum_buffer/{name}": value.shape for name, value in weights.items()
     }
     with pytest.raises(RequestError, match=r"trained with different settings: optimizer: sgd ≠ None \("):
-        train(tmp_path, latents, "killed", max_steps=7)
+        train_run(latents, tmp_path / "killed", max_steps=7)
 
 
 @pytest.mark.usefixtures("sgd")
@@ -119,7 +112,7 @@ def test_tokens_are_routed_past_blocks() -> None:
 
 def test_train_only_trains_a_subset_of_the_parameters(latents: Path, tmp_path: Path) -> None:
     """The other parameters keep their values and have no optimizer state. Checkpoints and averages contain all."""
-    run = train(tmp_path, latents, "run", train_only=["*.attn2.*", "proj_out.bias"], optimizer={"lr": 0.01})
+    run = train_run(latents, tmp_path / "run", train_only=["*.attn2.*", "proj_out.bias"], optimizer={"lr": 0.01})
     checkpoint = newest_checkpoint(run)
     assert checkpoint is not None
     network = build_network(TRANSFORMER, seed=0)
@@ -130,6 +123,6 @@ def test_train_only_trains_a_subset_of_the_parameters(latents: Path, tmp_path: P
     state = load_tensors(checkpoint.folder / OPTIMIZER_NAME)
     assert {key.partition("/")[2] for key in state} == trained
     with pytest.raises(RequestError, match=r"trained with different settings: train_only: \['\*\.attn2.* ≠ None"):
-        train(tmp_path, latents, "run", max_steps=7)
+        train_run(latents, tmp_path / "run", max_steps=7)
     with pytest.raises(RequestError, match=r"the pattern \*\.atn2\.\*, which matches no parameter of the network"):
-        train(tmp_path, latents, "other", train_only=["*.atn2.*"])
+        train_run(latents, tmp_path / "other", train_only=["*.atn2.*"])

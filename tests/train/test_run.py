@@ -20,7 +20,7 @@ from shards.root.index import write_indexes
 from tests import ranks
 from tests.forks import OK, fork, import_again, wait_for
 from tests.roots import part_of
-from tests.runs import PYTHON, compare, curve, environment, run_module, train_fields, write_config
+from tests.runs import PYTHON, compare, curve, environment, run_module, train_fields, train_run, write_config
 from tests.tiny import flip_a_bit
 from train.__main__ import run as command
 from train.data.batch import Batch
@@ -54,12 +54,11 @@ def refused(folder: Path, fields: dict[str, Any], capsys: pytest.CaptureFixture[
 def reference(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in one process without loader workers, with microbatches of 4. An epoch is 24 of the 30 samples, so the
     run takes more than two epochs."""
-    folder = tmp_path_factory.mktemp("reference")
-    command(["--config", str(write_config(folder, train_fields(latents, folder / "run", max_steps=STEPS)))])
-    losses, keys = curve(folder / "run")
+    run_dir = train_run(latents, tmp_path_factory.mktemp("reference") / "run", max_steps=STEPS)
+    losses, keys = curve(run_dir)
     assert len(losses) == STEPS and all(len(set(batch)) == 8 for batch in keys)
     assert len({key for batch in keys[:3] for key in batch}) == 24  # an epoch repeats no sample
-    return folder / "run"
+    return run_dir
 
 
 def test_check_checks_a_launch_of_several_processes_in_one(
@@ -184,8 +183,7 @@ def test_a_large_microbatch_the_seed_of_the_run_it_starts_from_and_endless_warm_
 ) -> None:
     changes = {"max_steps": 1, "init_from": str(reference), "init_weights": "raw", "seed": seed}
     changes["schedule"] = {"warmup_steps": warmup}
-    fields = train_fields(latents, tmp_path / "run", microbatch_size=microbatch_size, **changes)
-    command(["--config", str(write_config(tmp_path, fields))])
+    train_run(latents, tmp_path / "run", microbatch_size=microbatch_size, **changes)
     printed = capsys.readouterr().out
     line = (
         "microbatch_size 16 is larger than each process's share of the batch (global_batch_size 8 over 1 process), "
@@ -252,7 +250,7 @@ def test_a_run_whose_index_was_deleted_continues_once_it_is_rebuilt(
     latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = shutil.copytree(latents, tmp_path / "root")
-    command(["--config", str(write_config(tmp_path, train_fields(root, tmp_path / "run", max_steps=1)))])
+    train_run(root, tmp_path / "run", max_steps=1)
     for index in (root / "index" / "buckets").iterdir():
         index.unlink()
     fields = train_fields(root, tmp_path / "run", max_steps=20)
@@ -321,9 +319,8 @@ def test_a_line_has_the_largest_gradient_norm_since_the_line_before(latents: Pat
     """Even if a checkpoint is saved in between."""
     norms = {}
     for every in (1, 6):
-        fields = train_fields(latents, tmp_path / f"run{every}", log={"every": every}, checkpoint={"every": 2})
-        command(["--config", str(write_config(tmp_path, fields))])
-        lines = read_json_lines(Path(fields["run_dir"]) / "metrics.jsonl")
+        run_dir = train_run(latents, tmp_path / f"run{every}", log={"every": every}, checkpoint={"every": 2})
+        lines = read_json_lines(run_dir / "metrics.jsonl")
         norms[every] = {line["step"]: line["grad_norm"] for line in lines}
     assert norms[6] == {6: max(norms[1].values())} != {6: norms[1][6]}
 
@@ -359,9 +356,8 @@ def test_a_later_damaged_checkpoint_does_not_replace_new_ones(reference: Path, l
     for step in (11, 12):
         step_folder(tmp_path / "run", step).mkdir(parents=True)
     shutil.copytree(step_folder(reference, STEPS), step_folder(tmp_path / "run", STEPS))
-    fields = train_fields(latents, tmp_path / "run", max_steps=STEPS + 2, checkpoint={"every": 1, "keep": 1})
-    command(["--config", str(write_config(tmp_path, fields))])
-    assert [step_of(folder) for folder in list_checkpoints(tmp_path / "run")] == [STEPS + 2, 11, 12]
+    run_dir = train_run(latents, tmp_path / "run", max_steps=STEPS + 2, checkpoint={"every": 1, "keep": 1})
+    assert [step_of(folder) for folder in list_checkpoints(run_dir)] == [STEPS + 2, 11, 12]
 
 
 def test_a_flipped_bit_in_the_empty_caption_is_detected(
@@ -410,8 +406,7 @@ def test_the_collective_timeout_is_set_after_the_first_batch_of_each_loader_work
     monkeypatch.setattr(
         "train.trainer.set_collective_timeout", lambda heartbeat, timeout, groups: steps.append(heartbeat.status.step)
     )
-    fields = train_fields(latents, tmp_path / "run", max_steps=4, data={"num_workers": 2})
-    command(["--config", str(write_config(tmp_path, fields))])
+    train_run(latents, tmp_path / "run", max_steps=4, data={"num_workers": 2})
     assert steps == [2]
 
 

@@ -24,9 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shards.format.text import quantise
 from tests.graphs import Graphs
-from tests.runs import ONE_LEVEL_UNET, TRANSFORMER, UNET, curve, train_fields, write_config
+from tests.runs import ONE_LEVEL_UNET, TRANSFORMER, UNET, curve, train_run
 from tests.train.specs import CHANNELS, make_batch, spec
-from train.__main__ import run as train
 from train.data.batch import Batch
 from train.data.loader import Loader
 from train.data.spec import DataConfig
@@ -194,8 +193,7 @@ def test_a_step_outside_a_run_trains_as_a_run_does(latents: Path, tmp_path: Path
     train_step = TrainStep(accelerator, network, loss, optimizer, microbatch_size=4)
     losses = [train_step(batch, step).sums.total / 8 for step, batch in zip(range(3), loader, strict=False)]
 
-    train(["--config", str(write_config(tmp_path, train_fields(latents, tmp_path / "run", max_steps=3)))])
-    assert losses == curve(tmp_path / "run")[0]
+    assert losses == curve(train_run(latents, tmp_path / "run", max_steps=3))[0]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from shards.__main__ import run as shards
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import LocalStore
 from tests.fake_hub import connect, fake_hub, keep_downloads_in
-from tests.runs import curve, train_fields, write_config
+from tests.runs import curve, train_run
 from train.__main__ import run as train
 
 
@@ -49,9 +49,7 @@ def test_a_root_is_pushed_and_trained_from_there(
         curves = []
         for name, root in (("near", str(latents)), ("far", "hf://datasets/flaky/latents")):
             data = {"streams": [{"root": root, "bucket": "64x64"}], "cache": str(tmp_path / "data")}
-            fields = train_fields(latents, tmp_path / name, max_steps=3, data=data)
-            train(["--config", str(write_config(tmp_path, fields))])
-            curves.append(curve(tmp_path / name))
+            curves.append(curve(train_run(latents, tmp_path / name, max_steps=3, data=data)))
         assert curves[0] == curves[1] and len(curves[0][0]) == 3
 
 

@@ -13,7 +13,7 @@ from precompute.config import PrecomputeConfig
 from shards.base.config import load_config
 from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
-from tests.runs import train_fields, write_config
+from tests.runs import train_run
 from train.__main__ import run as command
 from train.config import TrainConfig
 from train.export.components import check_length, pipeline_texts, set_length
@@ -238,8 +238,7 @@ def test_a_pipeline_that_takes_other_networks_is_refused(latents: Path, tmp_path
     backbone = config.backbone.model_copy(update={"config": shipped("sd3").network})
     with pytest.raises(RequestError, match="a network of class UNet2DConditionModel, but this run's network is of cla"):
         check_pipeline(config.model_copy(update={"backbone": backbone}), encoded("sdxl"))
-    fields = train_fields(latents, tmp_path / "run", max_steps=1)  # the default pipeline is checked only at export
-    command(["--config", str(write_config(tmp_path, fields))])
+    train_run(latents, tmp_path / "run", max_steps=1)  # the default pipeline is checked only at export
     with pytest.raises(RequestError, match=r"this run's network is of class PixArt.* Name a matching pipeline"):
         command(["export", str(tmp_path / "run")])
     assert not (tmp_path / "run" / "export").exists()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from shards.base.durable import DamagedFile, read_sealed_json, sha256_file
 from shards.base.errors import RequestError, WorkError
-from tests.runs import ONE_LEVEL_UNET, curve, train_fields, write_config
+from tests.runs import ONE_LEVEL_UNET, curve, train_fields, train_run, write_config
 from train.__main__ import run as command
 from train.export.pipeline import ExportConfig, write_pipeline
 from train.export.posthoc import RECORD, RebuildConfig, combine, select_snapshots, write_average
@@ -31,8 +31,7 @@ def runs(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
         for max_steps in parts:
             averaged = validation | {"weights": "ema" if name == "whole" else "raw"}
             steps = changes | {"max_steps": max_steps, "validation": averaged}
-            fields = train_fields(latents, folder / name, ONE_LEVEL_UNET, **steps)
-            command(["--config", str(write_config(folder, fields))])
+            train_run(latents, folder / name, ONE_LEVEL_UNET, **steps)
             if max_steps == 4:  # as if killed after step 4, with a torn checkpoint, and without the snapshot of step 2
                 shutil.rmtree(step_folder(folder / name / "posthoc", 2))
                 for path in (step_folder(folder / name, 4), step_folder(folder / name / "posthoc", 4)):

@@ -38,7 +38,7 @@ from shards.base.store import LocalStore
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights
 from tests.fixtures import encode_all, folder_of, precompute_config
-from tests.runs import ONE_LEVEL_UNET, train_fields, write_config
+from tests.runs import ONE_LEVEL_UNET, train_run
 from train.__main__ import run as command
 from train.export.pipeline import ExportConfig, write_pipeline
 from train.export.single_file import (
@@ -240,10 +240,7 @@ def scaled_latents(models: Path, tars: Path, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def trained(scaled_latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    fields = train_fields(scaled_latents, folder / "run", ONE_LEVEL_UNET, max_steps=2)
-    command(["--config", str(write_config(folder, fields))])
-    return folder / "run"
+    return train_run(scaled_latents, tmp_path_factory.mktemp("trained") / "run", ONE_LEVEL_UNET, max_steps=2)
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from scipy import stats
 
-from tests.runs import train_fields, write_config
-from train.__main__ import run as command
+from tests.runs import train_run
 from train.data.batch import Batch
 from train.data.draws import Draws
 from train.objective.loss import DiffusionLoss, NoisyBatch
@@ -131,8 +130,7 @@ def test_a_spike_keeps_a_checkpoint_and_a_resumed_run_raises_the_same_alarm(
     lines = []
     for name, parts in (("whole", [18]), ("parts", [10, 18])):
         for max_steps in parts:
-            fields = train_fields(latents, tmp_path / name, max_steps=max_steps, **changes)
-            command(["--config", str(write_config(tmp_path, fields))])
+            train_run(latents, tmp_path / name, max_steps=max_steps, **changes)
         assert capsys.readouterr().out.count(f"alarm: the mean loss of step {SPIKE} is") == 1
         assert [step_of(folder) for folder in list_checkpoints(tmp_path / name)] == [8, 16, 18]
         rows = read_json_lines(tmp_path / name / "metrics.jsonl")

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 from shards.base.durable import read_json
 from shards.base.errors import RequestError, WorkError
 from tests import ranks
-from tests.runs import TRANSFORMER, UNET, acquire, curve, train_fields, write_config
+from tests.runs import TRANSFORMER, UNET, acquire, curve, train_fields, train_run, write_config
 from train.__main__ import run as command
 from train.model.config import EmaConfig
 from train.model.ema import make_averages
@@ -167,8 +167,7 @@ def test_in_the_background_or_not_the_run_is_the_same_and_says_its_phase(
     """Curve, samples, and every byte of the last checkpoint but its state; then the next phase says where it begins."""
     for name, asynchronous in (("at_once", False), ("behind", True)):
         kept = {"every": 2, "keep": 9, "asynchronous": asynchronous, "tag": "phase1"}
-        fields = train_fields(latents, tmp_path / name, checkpoint=kept)
-        command(["--config", str(write_config(tmp_path, fields))])
+        train_run(latents, tmp_path / name, checkpoint=kept)
     assert curve(tmp_path / "at_once") == curve(tmp_path / "behind")
     files = [
         [verify_checkpoint(f).content["files"] for f in list_checkpoints(tmp_path / n)] for n in ("at_once", "behind")

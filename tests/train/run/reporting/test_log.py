@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from shards.base import progress
 from shards.base.errors import Outage, Preempted, RequestError
-from tests.runs import train_fields, write_config
+from tests.runs import train_fields, train_run, write_config
 from tests.train.run.reporting.preemption import preempt_in_step
 from train.__main__ import run as command
 from train.run.preflight import check_tracker
@@ -39,7 +39,7 @@ def test_lines_are_flushed_before_their_checkpoint_is_published(
 
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(Path, "replace", record_replace)
-    command(["--config", str(write_config(tmp_path, train_fields(latents, tmp_path / "run", max_steps=4)))])
+    train_run(latents, tmp_path / "run", max_steps=4)
     first, second = (events.index(f"published: step-{step:08d}") for step in (2, 4))
     # the lines of steps 3 and 4 may be flushed before step 2 is published
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -52,8 +52,7 @@ def test_lines_of_progress_have_the_loss(
 ) -> None:
     """Print a line after every step. Until the first metrics are written, lines have no loss."""
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    fields = train_fields(latents, tmp_path / "run", max_steps=4, log={"every": 2})
-    command(["--config", str(write_config(tmp_path, fields))])
+    train_run(latents, tmp_path / "run", max_steps=4, log={"every": 2})
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith('{"step"')]
     losses = {row["step"]: row["loss"] for row in read_json_lines(tmp_path / "run" / "metrics.jsonl")}
     assert [(line["step"], line.get("loss")) for line in lines] == [
@@ -89,8 +88,7 @@ def test_a_tracker_that_fails_does_not_stop_training(
         log(self, values, step)
 
     monkeypatch.setattr(TensorBoardTracker, "log", fail_at_two)
-    fields = train_fields(latents, tmp_path / "run", max_steps=3, log={"tracker": "tensorboard"})
-    command(["--config", str(write_config(tmp_path, fields))])
+    train_run(latents, tmp_path / "run", max_steps=3, log={"tracker": "tensorboard"})
     assert (
         "warning: tensorboard did not accept what was logged at step 2 (metrics.jsonl has all metrics, and evaluations "
         "are logged again): ConnectionError: no route"

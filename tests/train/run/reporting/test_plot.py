@@ -6,8 +6,7 @@ import pytest
 from PIL import Image
 
 from shards.base.errors import RequestError
-from tests.runs import train_fields, write_config
-from train.__main__ import run as command
+from tests.runs import train_run
 from train.run.reporting.plot import plot_run, smooth
 
 
@@ -15,8 +14,7 @@ def test_a_run_ends_with_a_plot(latents: Path, tmp_path: Path, monkeypatch: pyte
     """In all other tests, the image is empty (tests/fixtures.py)."""
     monkeypatch.setattr("train.run.reporting.log.plot_run", plot_run)
     validation = {"root": str(latents), "bucket": "64x64", "samples": 4, "batch_size": 4, "every": 2}
-    fields = train_fields(latents, tmp_path / "run", max_steps=2, validation=validation)
-    command(["--config", str(write_config(tmp_path, fields))])
+    train_run(latents, tmp_path / "run", max_steps=2, validation=validation)
     with Image.open(tmp_path / "run" / "loss.png") as picture:
         assert picture.format == "PNG" and picture.size == (960, 1080)
         colors = {color for _, color in picture.convert("RGB").getcolors(10**6) or []}
