@@ -24,7 +24,7 @@ from train.run.reporting.json_lines import read_json_lines
 UNET = Path(__file__).with_name("tiny_unet.json")
 TRANSFORMER = Path(__file__).with_name("tiny_transformer.json")
 """A network whose runs take about half as long as those of `UNET`."""
-ONE_LEVEL_UNET = Path(__file__).with_name("one_level_unet.json")
+ONE_LEVEL_UNET = Path(__file__).parents[1] / "bench" / "gpu_check" / "rehearsal_unet.json"
 """`UNET` with only one level and one transformer, because compiling takes a second per block."""
 PYTHON = (sys.executable,)
 

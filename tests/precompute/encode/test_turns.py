@@ -67,11 +67,6 @@ def test_a_turn_ends_with_its_items_or_when_its_consumer_stops() -> None:
     assert list(at_device(turns, items("c"))) == ["c0", "c1", "c2"]
 
 
-def test_a_lap_is_the_time_since_the_last_one() -> None:
-    turns = Turns()
-    assert 0 <= turns.lap() < 60
-
-
 def test_an_error_during_a_turn_frees_the_device() -> None:
     turns = Turns()
 
