@@ -5,6 +5,7 @@ The template is card.md.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from train.export.prompts import prompt_arguments
 from train.model.backbone import PipelineConfig
 from train.model.inputs import Guidance
 from train.model.network import class_name
-from train.model.tensors import file_of
 from train.objective.config import ObjectiveConfig
 from train.run.checkpoints.checkpoint import WEIGHTS_NAME, Checkpoint
 
 CARD = Path(__file__).with_name("card.md")
 SIZES = ("block_out_channels", "cross_attention_dim", "num_layers", "num_attention_heads", "depth", "hidden_size")
 """Fields of a network's config that the card lists if the network has them."""
+WEIGHT_FILES = f"{Path(WEIGHTS_NAME).stem}*.safetensors"
+"""Pattern of the names of weight files, which may be shards."""
 GUIDANCE = 5.0
 """Guidance scale in the card's code for pipelines that do not use classifier-free guidance by default."""
 
@@ -41,8 +43,8 @@ class ExportedWeights:
     """`unet`, `ema`, or empty if they are not from the checkpoint."""
     description: str
     step: int
-    sha256: str
-    """SHA-256 of the file, or `unknown` if the checkpoint does not record it."""
+    sha256: list[str]
+    """SHA-256 of each of its files; several if the weights are sharded."""
 
 
 def exported_weights(config: TrainConfig, checkpoint: Checkpoint, folder: Path) -> ExportedWeights:
@@ -53,10 +55,12 @@ def exported_weights(config: TrainConfig, checkpoint: Checkpoint, folder: Path) 
     """
     step, hashes = checkpoint.state.step, checkpoint.content["files"]
     if folder.parent.resolve() == checkpoint.folder.resolve():
-        own = [sha256 for name, sha256 in hashes.items() if name.startswith(f"{folder.name}/diffusion")]
-        return ExportedWeights(folder.name, _describe_weights(config, folder.name), step, own[0] if own else "unknown")
+        names = [name for name in sorted(hashes) if fnmatch(name, f"{folder.name}/{WEIGHT_FILES}")]
+        own = [hashes[name] for name in names]
+        return ExportedWeights(folder.name, _describe_weights(config, folder.name), step, own)
     if not (folder / RECORD).is_file():
-        return ExportedWeights("", f"weights from {folder}", step, sha256_file(file_of(folder / WEIGHTS_NAME)))
+        own = list(map(sha256_file, sorted(folder.glob(WEIGHT_FILES))))
+        return ExportedWeights("", f"weights from {folder}", step, own)
     record = read_sealed_json(folder / RECORD)
     for name, sha256 in record["files"].items():
         if not (folder / name).is_file() or sha256_file(folder / name) != sha256:
@@ -67,7 +71,7 @@ def exported_weights(config: TrainConfig, checkpoint: Checkpoint, folder: Path) 
     description = (
         f"moving average of the weights (width {record['std']:g}, rebuilt from {len(record['made_of'])} averages)"
     )
-    return ExportedWeights("", description, record["step"], record["files"][WEIGHTS_NAME])
+    return ExportedWeights("", description, record["step"], [record["files"][WEIGHTS_NAME]])
 
 
 def model_card(
@@ -118,6 +122,7 @@ def model_card(
         default=_describe_default(default_size(fingerprint, class_name(fingerprint["unet"]))),
         start=config.init_from or config.init_unet or f"random weights (seed {config.seed})",
         weights=weights,
+        hashes=", ".join(f"`{sha256}`" for sha256 in weights.sha256),
         objective=_describe_objective(config.objective),
         scheduler=type(scheduler).__name__,
         streams="\n".join(streams),

@@ -60,7 +60,7 @@ def training_flops(call: Callable[[], Any]) -> int:
 def peak_tflops(device_name: str) -> float | None:
     """Return the dense bfloat16 peak in TFLOP/s of the GPU with this device name, or None if it is unknown."""
     words = device_name.replace("-", " ").split()
-    if {"Laptop", "D", "MIG"} & set(words):  # a different chip with the same name, or a slice of one
+    if {"Laptop", "D", "Ti", "MIG"} & set(words):  # a different chip with the same name, or a slice of one
         return None
     known = [name for name in PEAK_TFLOPS if all(word in words for word in name.split())]
     return PEAK_TFLOPS[max(known, key=len)] if known else None

@@ -33,7 +33,11 @@ def test_card_describes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     checkpoint = {
         "state": {"step": 7},
         "fingerprint": {"streams": [stream], "global_batch_size": 2048, "unet": unet},
-        "files": {"ema/diffusion_pytorch_model.safetensors": 64 * "c"},
+        "files": {
+            "ema/diffusion_pytorch_model-00002-of-00002.safetensors": 64 * "d",
+            "ema/diffusion_pytorch_model-00001-of-00002.safetensors": 64 * "c",
+            "ema/diffusion_pytorch_model.safetensors.index.json": 64 * "e",
+        },
     }
     config = TrainConfig.model_validate(fields)
     state = TrainState(step=7).to_json()
@@ -49,7 +53,7 @@ def test_card_describes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "1,234 samples at 64x96 px with aesthetic ≥ 4.5 and width ≥ 64 and width ≤ 99 (missing: drop), 1 passes per "
         "epoch; encoding `cafe`",
         "height=96, width=64",
-        "`" + 64 * "c" + "`",
+        f"file by\nfile: `{64 * 'c'}`, `{64 * 'd'}`.",
         "**License:** to be filled in",
     ):
         assert words in card

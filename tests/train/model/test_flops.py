@@ -70,6 +70,7 @@ def test_a_training_step_is_three_forward_passes() -> None:
         ("NVIDIA GeForce RTX 4090", 165.2),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("Tesla T4", None),
     ],
