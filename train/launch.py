@@ -295,12 +295,16 @@ def restarting_only_lost_processes(shutdown: Shutdown) -> Iterator[None]:
     Torch's launcher restarts its processes after any exit code but 0. A run can also stop without a signal to this
     launcher: one of its processes received it, or the launcher of another machine did.
 
+    Torch's launcher also stops the other processes then. If one of them has just ended, it raises ProcessLookupError,
+    which would hide the exit code; this is suppressed.
+
     Raises:
         Stopped: a stop signal arrived earlier, but Python discarded the exception because it was raised in a finalizer.
     """
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    monitor = LocalElasticAgent._monitor_workers
+    monitor, stop_process = LocalElasticAgent._monitor_workers, SubprocessHandler.close
 
     def monitor_workers(agent: LocalElasticAgent, group: Any) -> Any:
         result = monitor(agent, group)
@@ -310,11 +314,17 @@ def restarting_only_lost_processes(shutdown: Shutdown) -> Iterator[None]:
             agent._remaining_restarts = 0
         return result
 
+    def stop_if_running(*arguments: Any, **options: Any) -> None:
+        with suppress(ProcessLookupError):
+            stop_process(*arguments, **options)
+
     LocalElasticAgent._monitor_workers = monitor_workers  # type: ignore[method-assign]
+    SubprocessHandler.close = stop_if_running  # type: ignore[method-assign]
     try:
         yield
     finally:
         LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
+        SubprocessHandler.close = stop_process  # type: ignore[method-assign]
 
 
 def to_exit_code(returncode: int) -> int:

@@ -51,7 +51,6 @@ def synthetic_receipt(
         refused={},
         rejects={},
         captions={},
-        licenses={},
         input={"address": f"s3://tars/{tar}.tar", "bytes": 1, "sha256": "0" * 64},
         shared_files={},
         software={},

@@ -193,7 +193,7 @@ def convert_part(
         kept = []
         for sample, row, is_left_out in group:
             if is_left_out:
-                writer.refuse(row["key"], row["url"], EXCLUDED, "excluded by a list from `shards exclude`")
+                writer.refuse(row["key"], row.get("url", ""), EXCLUDED, "excluded by a list from `shards exclude`")
             else:
                 kept.append((sample, row))
         captioned = list(_renewed(kept, how, writer))
@@ -236,7 +236,7 @@ def _renewed(
             found = [caption for caption in new if caption is not None]
             if not found:
                 why = f"absent in {', '.join(target.captions)}; stored: {', '.join(old)}"
-                writer.refuse(row["key"], row["url"], NO_CAPTION, why)
+                writer.refuse(row["key"], row.get("url", ""), NO_CAPTION, why)
                 continue
             counts = {name: sum(name in changes for _, changes in found) for name in CAPTION_CHANGES}
             texts = [None if caption is None else caption[0] for caption in new]
@@ -256,17 +256,18 @@ def _append(
     """Write a stored sample, with its row of samples.parquet, in the target's encoding."""
     texts = present(captions)
     if not all(_is_finite(latents) for by_tower, _ in encoded for latents in by_tower.values()):
-        writer.refuse(row["key"], row["url"], NON_FINITE, "not finite in float16")
+        writer.refuse(row["key"], row.get("url", ""), NON_FINITE, "not finite in float16")
         return
     try:
         columns = converted(sample, texts, [by_tower for by_tower, _ in encoded], conversion)
     except OverflowError as error:
-        writer.refuse(row["key"], row["url"], NON_FINITE, str(error))
+        writer.refuse(row["key"], row.get("url", ""), NON_FINITE, str(error))
         return
     truncated = max(row["truncated"], sum(was_truncated for _, was_truncated in encoded))
     columns |= {name: sample[name] for name in ("key", "caption", "size", "scores")}
     columns |= conversion.target.weights_of(captions)
-    writer.append(columns, {**row, "truncated": truncated})
+    # tables of older parts lack `license`
+    writer.append(columns, {"license": "", **row, "truncated": truncated})
 
 
 def _is_finite(latents: TextLatents) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from shards.base.config import Config
 from shards.base.durable import DamagedFile, check_version, parse_sealed_json, sealed_json
@@ -95,7 +95,7 @@ class Receipt(Config):
     captions: dict[str, int]
     """Caption counts: all `stored` captions, and those modified because they had `invalid_utf8` or
     `control_characters`, were `too_long` for `limits.max_caption_characters`, or were `truncated` by the tokenizer."""
-    licenses: dict[str, int]
+    licenses: dict[str, int] = Field(default_factory=dict)
     """Licence, as the input states it → number of stored samples."""
     input: dict[str, str | int | None]
     """Path or URL, size in bytes and SHA-256 of the tar."""

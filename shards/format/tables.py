@@ -31,7 +31,7 @@ Columns = dict[str, list[Any]]
 
 def samples_schema(scores: Sequence[str]) -> pa.Schema:
     """Return the schema of samples.parquet in a root with these scores. Samples can later be excluded by `url` and by
-    `sha256`, the hash of the image file."""
+    `sha256`, the hash of the image file. Tables of older parts lack `license`."""
     return pa.schema(
         [("key", pa.string()), ("width", pa.int32()), ("height", pa.int32())]
         + [(score, pa.float32()) for score in scores]

@@ -113,8 +113,9 @@ def counts_once(store: Store, tar_receipts: TarReceipts) -> Iterator[tuple[dict[
             yield part.captions, part.licenses
         elif (stored & ~counted).any():  # the receipt has only totals, so read the table
             table, _ = read_tables(store, part.folder, part.files)
+            licenses = table.get("license") or [""] * len(table["key"])
             names = ("captions", *CAPTION_CHANGES)
-            rows = sorted(zip(table["key"], table["license"], *(table[name] for name in names), strict=True))
+            rows = sorted(zip(table["key"], licenses, *(table[name] for name in names), strict=True))
             is_new = ~counted[stored]  # ordered by key, like `rows`
             _, names_of_licenses, *counts = zip(
                 *(row for row, keep in zip(rows, is_new, strict=True) if keep), strict=True

@@ -242,7 +242,7 @@ def _matches_tables(
     pairs = list(zip(refused["key"], refused["reason"], strict=True))
     listed = [{key for key, why in pairs if why == reason} for reason in part.rejects]
     counts = {name: sum(stored["captions" if name == "stored" else name]) for name in part.captions}
-    licenses = license_counts(stored["license"])
+    licenses = license_counts(stored.get("license", []))
     return found == [set(stored["key"]), *listed] and (counts, licenses) == (part.captions, part.licenses)
 
 

@@ -20,6 +20,7 @@ import psutil
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from shards.base.errors import Preempted, RequestError, WorkError, exit_code_of
 from tests import ranks
@@ -490,6 +491,16 @@ def test_only_lost_processes_are_restarted(tmp_path: Path, code: int, starts: in
     arguments = ("--max_restarts", "1", str(tmp_path / "exit.py"), str(tmp_path))
     assert ranks.wait([start_launcher(tmp_path, 2, *arguments)], 120) == [code]
     assert len(list(tmp_path.glob("start-*"))) == starts
+
+
+def test_a_process_that_has_just_ended_does_not_hide_the_exit_code() -> None:
+    """Torch's launcher may find a process running and then fail to signal it. This happened once in a test."""
+    process = SubprocessHandler("true", (), {}, None, None, 0, None)
+    process.proc.wait()
+    with pytest.raises(ProcessLookupError):
+        process.close()
+    with launch.restarting_only_lost_processes(launch.Shutdown()):
+        process.close()
 
 
 def check_again() -> None:
