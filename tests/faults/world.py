@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from precompute.config import PrecomputeConfig
+from precompute.input.find import choose_caption_fields, find_input
+from precompute.pixels.decode import LimitsConfig
 from shards.format.encoding import FILE_NAME
 from shards.open import open_store
 from shards.root.committed import load_receipts
@@ -24,11 +26,13 @@ class World:
     tars: Path
     """The input, which may also be of another kind."""
     reference: Path
+    captions: tuple[str, ...] = ("txt",)
 
     def config(self, output: Path, **changes: object) -> PrecomputeConfig:
         """Return the config of a run into `output`."""
         workers = {"num_gpus": 0, "num_cpus": 1, "decode_threads": 1, "batch_size": 8}
-        return precompute_config(self.models, self.tars, output, workers=workers, **changes)
+        fields = {"workers": workers, "captions": list(self.captions)} | changes
+        return precompute_config(self.models, self.tars, output, **fields)
 
 
 def make_world(folder: Path, models: Path, num_shards: int, num_samples: int, kind: str = "tar") -> World:
@@ -45,7 +49,8 @@ def make_world(folder: Path, models: Path, num_shards: int, num_samples: int, ki
             make_tar(folder / "tars", f"{shard:05d}", samples)
         else:
             KINDS[kind](folder / "tars", samples)
-    world = World(models, folder / "tars", folder / "reference")
+    captions = choose_caption_fields(find_input(str(folder / "tars")), LimitsConfig().max_bytes)
+    world = World(models, folder / "tars", folder / "reference", tuple(captions))
     encode_all(world.config(world.reference))
     return world
 
@@ -81,7 +86,8 @@ class Tally:
     def check(self) -> dict[str, object]:
         """Return the figures; fail unless everything matches."""
         assert not self.different and not self.wrong, (self.different[:10], self.wrong[:10])
-        assert self.files and self.identical == self.files and not self.duplicates and not self.losses, self
+        assert self.files and self.identical == self.files, self
+        assert self.samples and not self.duplicates and not self.losses, self
         return {key: value for key, value in asdict(self).items() if key not in ("different", "wrong")}
 
 
