@@ -45,8 +45,8 @@ def tree(root: Path | str) -> dict[str, bytes]:
 
 
 def comparable(root: Path | str, *ignored: str) -> dict[str, object]:
-    """Return the same as `tree`, but for a receipt only the fields that must agree between two runs, without those
-    named `ignored`."""
+    """Return name → content of the files of a root, like `tree`. A receipt's content is reduced to the fields on which
+    two runs must agree, without those in `ignored`."""
     files: dict[str, object] = dict(tree(root))
     for name in [name for name in files if name.startswith(("commits/", "tars/"))]:
         receipt = json.loads(files[name])  # type: ignore[arg-type]

@@ -12,8 +12,6 @@ from precompute.input.tars import SUCCESS
 from shards.base.durable import canonical_json, write_atomically
 
 REPORT_NAME = "download_report.json"
-UNUSABLE = ("not_an_image", "too_many_pixels", "too_small", "bad_profile", "undecodable")
-"""Reasons why a downloaded file cannot be re-encoded, as in stage 1."""
 # Kind of failure → pattern of its messages, which come from urllib, http.client, ssl, our opener and img2dataset. The
 # first match wins.
 KINDS = {
@@ -37,7 +35,6 @@ KINDS = {
     "refused": r"Connection refused",
     "cut": r"IncompleteRead|closed connection without|Connection reset|bytes read",
     "unreachable": r"unreachable|No route",
-    **{reason: f"Image decoding error: {reason}" for reason in UNUSABLE},
 }
 
 
@@ -99,5 +96,8 @@ def describe(report: dict[str, Any]) -> str:
 
 
 def kind_of(message: str) -> str:
-    """Return the kind of failure that an error message describes, or `other`."""
+    """Return the kind of failure that an error message describes, or `other`. For an image that cannot be re-encoded,
+    this is stage 1's reason for rejecting it."""
+    if rejected := re.search(r"Image decoding error: (\w+)", message):
+        return rejected[1]
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, message)), "other")

@@ -252,7 +252,7 @@ def test_a_root_reads_the_same_from_an_address(latents: Path, capsys: pytest.Cap
 
 @pytest.fixture
 def web() -> Iterator[str]:
-    """Address of a server whose paths begin with the status that it answers; it does not answer for 0."""
+    """Address of a server that answers with the status at the start of the path, and does not answer if that is 0."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
@@ -274,8 +274,8 @@ def web() -> Iterator[str]:
         thread.join()
 
 
-def test_a_web_server_that_does_not_answer_does_not_lack_a_file(web: str) -> None:
-    """fsspec raises FileNotFoundError in all of these cases."""
+def test_a_failed_request_does_not_mean_that_a_file_is_missing(web: str) -> None:
+    """For all of these statuses except 200, fsspec raises FileNotFoundError."""
     assert RemoteStore(f"{web}/200").size("tar") == 5
     assert [RemoteStore(f"{web}/{status}").size("tar") for status in (403, 404, 410)] == [None] * 3
     for address in (f"{web}/0", f"{web}/429", f"{web}/503", "http://127.0.0.1:9"):  # the last is a closed port

@@ -53,7 +53,7 @@ def test_card_describes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "1,234 samples at 64x96 px with aesthetic ≥ 4.5 and width ≥ 64 and width ≤ 99 (missing: drop), 1 passes per "
         "epoch; encoding `cafe`",
         "height=96, width=64",
-        f"file by\nfile: `{64 * 'c'}`, `{64 * 'd'}`.",
+        f"SHA-256 hashes: `{64 * 'c'}`, `{64 * 'd'}`.",
         "**License:** to be filled in",
     ):
         assert words in card
